@@ -400,6 +400,12 @@ class ServeConfig(Options):
     latency_budget_ms: float = option(
         50.0, "About how long a batch of texts may delay a step of generation.", minimum=1, maximum=10_000
     )
+    max_gap_ms: float = option(
+        0.0,
+        "About how long a step with prompts may take, so that other answers go on meanwhile; 0: 80 on a CPU, 30 on a GPU.",
+        minimum=0,
+        maximum=10_000,
+    )
     max_wait_s: float = option(
         60.0, "Refuse a request that would wait longer than this before it runs; 0: no limit.", minimum=0
     )

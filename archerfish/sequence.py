@@ -36,6 +36,7 @@ class Namespace(NamedTuple):
 
 
 NO_NAMESPACE = Namespace()
+OPEN_OUTPUT_TOKENS = 512  # output that is expected of a request without max_tokens, before shorter answers were seen
 
 
 def as_namespace(namespace: str | Namespace) -> Namespace:
@@ -121,6 +122,11 @@ class Request:
     adapter: int = 0  # number of the LoRA adapter, whose content the namespace names; 0: none
     collector: Any = None  # the engine's OutputCollector of its text and tokens
 
+    @property
+    def most_output(self) -> int:
+        """Tokens of each answer that are reckoned with."""
+        return min(self.max_tokens, OPEN_OUTPUT_TOKENS) if self.params.max_tokens is None else self.max_tokens
+
 
 class DraftJob(Protocol):
     """Proposals that a draft model computes for some sequences."""
@@ -178,6 +184,7 @@ class Sequence:
         "num_computed",
         "num_emitted",
         "num_in_flight",
+        "num_new",
         "num_pending",
         "num_preemptions",
         "num_prompt",
@@ -206,6 +213,7 @@ class Sequence:
         self.num_emitted = 0  # output tokens that were handed out in deltas
         self.num_reported = 0  # prompt logprobs that were handed out
         self.num_cached = 0  # prompt tokens that the cache gave at first admission
+        self.num_new = self.num_prompt  # prompt tokens that the cache did not have when the request arrived
         self.num_preemptions = 0
         self.leader: Sequence | None = None  # while it waits: the one that computes what they have in common
         self.num_waits = 0  # how often it has waited for a leader

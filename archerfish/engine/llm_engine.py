@@ -527,6 +527,11 @@ class LLMEngine(Closing):
         with self._lock:
             return self.scheduler.queue_status()
 
+    def expect(self, request: Request, num_tokens: int, unread: list[int]) -> tuple[float, float]:
+        """Seconds that a request would wait and its service would take if it came now: see Forecast.expect."""
+        with self._lock:
+            return self.scheduler.forecast.expect(request, num_tokens, unread)
+
     def close(self) -> None:
         """Abort what runs, refuse further work and give the memory back."""
         with self._changed:

@@ -462,6 +462,7 @@ def make_scheduler(
         logits_row_bytes=4 * facts.vocab_size,
         speculation=make_speculation(config, facts, runner),
         adapters=adapters,
+        plans_ahead=facts.device != "cpu",
     )
     return scheduler, logits
 

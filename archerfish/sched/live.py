@@ -17,7 +17,7 @@ from archerfish.sched.adapters import AdapterSlots
 from archerfish.sched.policy import SchedulingPolicy, queue_for
 from archerfish.sequence import Delta, FinishReason, Sequence, Status
 
-MAX_LOOKUPS = 64  # of prompts that wait, for one report
+NUM_REMEMBERED = 64  # answers over which the used share of max_tokens is averaged
 
 
 @dataclass(slots=True)
@@ -100,7 +100,10 @@ class LiveSequences:
         self.requests: dict[str, list[Sequence]] = {}  # all sequences of requests that have not ended
         self.queued: set[str] = set()  # requests of which nothing has been admitted
         self.order: dict[Sequence, int] = {}  # every live sequence with its number in the order of arrival
+        self.num_rows = max_num_seqs
         self.rows = list(range(max_num_seqs))  # free ones, a heap
+        self.used_share = 1.0  # of max_tokens, the mean of the last answers
+        self._num_answers = 0
         self.deltas: list[Delta] = []
         self.stats = SchedulerStats()
         self.num_held_tokens = 0  # of sequences that hold blocks
@@ -165,25 +168,13 @@ class LiveSequences:
         return tenants
 
     def prompts_left(self) -> dict[str, int]:
-        """Prompt tokens that are still to be computed, by tenant.
-
-        What the cache has is looked up for the first MAX_LOOKUPS that wait, and taken to be as much for the others.
-        """
+        """Prompt tokens that are still to be computed, by tenant."""
         found: dict[str, int] = {}
-        num_tokens, num_left = 1, 1
-        running = ((seq, seq.num_prompt - seq.num_computed) for seq in self.prefilling)
-        waiting = (
-            (seq, None) for seq in self.queue.entries if not seq.index
-        )  # the others of a request share its prompt
-        for number, (seq, left) in enumerate(itertools.chain[tuple[Sequence, int | None]](running, waiting)):
-            request = seq.request
-            if left is None and number < MAX_LOOKUPS:
-                left = seq.num_prompt - self.cache.peek(RadixKey(request.prompt_token_ids, request.namespace))
-                num_tokens, num_left = num_tokens + seq.num_prompt, num_left + left
-            elif left is None:
-                left = seq.num_prompt * num_left // num_tokens
+        for seq in itertools.chain(self.prefilling, self.queue.entries):
+            left = seq.num_prompt - seq.num_computed if seq.status is Status.RUNNING else seq.num_new
             if left > 0:
-                found[request.namespace.tenant] = found.get(request.namespace.tenant, 0) + left
+                tenant = seq.request.namespace.tenant
+                found[tenant] = found.get(tenant, 0) + left
         return found
 
     def num_missing(self, seq: Sequence, num_tokens: int) -> int:
@@ -346,6 +337,10 @@ class LiveSequences:
         if seq.num_emitted:
             stats.decode_seconds += seq.times.finished - seq.times.first_token
             stats.num_decoded += 1
+        if reason in ("stop", "length"):
+            self._num_answers = min(NUM_REMEMBERED, self._num_answers + 1)
+            share = min(1.0, seq.num_emitted / request.most_output)
+            self.used_share += (share - self.used_share) / self._num_answers
         was, seq.status = seq.status, Status.FINISHED
         if was is Status.RUNNING:
             self.release(seq)

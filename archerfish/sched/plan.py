@@ -12,14 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import InvalidOptionError, InvariantError
+from archerfish.sched.cost import StepCost
 from archerfish.sched.live import LiveSequences
 from archerfish.sequence import Sequence
 from archerfish.step import PENDING, Ids, RowEntry, StepInput
 
 MAX_OVERTAKEN = 64  # waiting sequences that another one may overtake in one plan
-LONE_STEP_S = 1.0  # about how long a step may take while one prompt is all there is to compute
-SHARED_STEP_S = 0.25  # the same while other sequences wait for the step
-MIN_STEP_TOKENS = 64  # of prompts, however slow the machine is; fewer waste its time
+MIN_CHUNK = 16  # prompt tokens, however slow the machine is: below, a token costs more (lab/2026-11-19-overload)
 MAX_LEADERS = 16  # running sequences that a waiting one is compared with
 MAX_WAITS = 4  # times that one sequence waits for another
 Chunk = tuple[Sequence, int, int, int]  # sequence, start, count, and how many tokens it gets
@@ -32,6 +31,7 @@ class Plan:
     input: StepInput
     sequences: list[Sequence]
     num_prompt_tokens: int  # of the new tokens: those of sequences that were not caught up
+    num_pairs: float = 0.0  # of a prompt token and a token before it
 
 
 @dataclass(slots=True)
@@ -44,6 +44,7 @@ class PlanBuilder:
     has_masks: bool = False  # some sequence has a grammar
     chunks: list[Chunk] = field(default_factory=list)
     num_verified: int = 0  # of the tokens of chunks: those of decodes with a draft
+    num_pairs: float = 0.0  # as in the Plan
     started: list[Sequence] = field(default_factory=list)  # chunks of sequences that have just got their row
     grown: list[Sequence] = field(default_factory=list)  # decodes that have just got a block
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -69,6 +70,7 @@ class PlanBuilder:
     def add_chunk(self, seq: Sequence, count: int) -> bool:
         """True if the sequence is caught up with this, and gets a token."""
         is_sampled = seq.num_computed + count == len(seq.tokens)
+        self.num_pairs += count * (seq.num_computed + count / 2)
         self._add(seq, count, int(is_sampled))
         return is_sampled
 
@@ -158,7 +160,8 @@ class PlanBuilder:
             if count and seq.request.params.prompt_logprobs is not None and start < seq.num_prompt - 1:
                 next_tokens = seq.tokens[start + 1 : min(start + count + 1, seq.num_prompt)]
                 made.scored[index] = seq.request.params.prompt_logprobs, next_tokens
-        return Plan(made, sequences, len(made.tokens) - num_decodes - self.num_verified)
+        num_prompt_tokens = len(made.tokens) - num_decodes - self.num_verified
+        return Plan(made, sequences, num_prompt_tokens, self.num_pairs)
 
 
 def entry_of(seq: Sequence) -> RowEntry:
@@ -179,29 +182,30 @@ def entry_of(seq: Sequence) -> RowEntry:
 class PromptPlanner:
     """Gives prompts their part of a step, and admits waiting sequences. fixed_chunk: as in Scheduler.
 
-    A step is bounded by the speed measured so far. While not all prompts fit into a step, every other step begins with
-    those that have the fewest tokens left; the others go in order. So a short prompt waits two steps behind a long one,
-    and a long one gets at least every other step.
+    A step takes about `max_gap_s` by measured costs, so that other sequences get tokens meanwhile. With a
+    `decodes_share`, steps with decodes alone follow, in which answers get tokens quickly. While not all
+    prompts fit into a step, every other step begins with those that have the fewest tokens left; the others go in
+    order. So a short prompt waits for two steps behind a long one, and a long one gets at least every other step.
     """
 
-    def __init__(self, live: LiveSequences, fixed_chunk: int, max_model_len: int) -> None:
+    def __init__(
+        self, live: LiveSequences, cost: StepCost, fixed_chunk: int, max_model_len: int, max_gap_s: float
+    ) -> None:
         self.live = live
+        self.cost = cost
         self.fixed_chunk = fixed_chunk
-        self.tokens_per_s = 0.0  # of prompts; 0: not measured yet
+        self.max_gap_s = max_gap_s
+        self._left_s = 0.0  # of the step, for prompts
+        self.decodes_share = 0.0  # of the time of prompts, for steps with decodes alone
+        self._decodes_s = 0.0  # that is left of it
         self._is_shortest_next = True
         self._blocked: tuple[Sequence | None, int] = (None, 0)  # a sequence without room, and how many blocks it takes
         self._needs_one_block = live.blocks.block_size >= max_model_len  # every sequence, for all its tokens
 
-    def measure(self, num_tokens: int, seconds: float) -> None:
-        """A step with so many prompt tokens took so long. A step of few tokens can only show that the machine is
-        faster."""
-        if num_tokens < MIN_STEP_TOKENS or seconds <= 0:
-            return
-        found = num_tokens / seconds
-        if found > self.tokens_per_s:
-            self.tokens_per_s = found
-        elif 2 * num_tokens >= self.tokens_per_s * SHARED_STEP_S:
-            self.tokens_per_s = (self.tokens_per_s + found) / 2
+    def prompt_share_s(self, num_decodes: int) -> float:
+        """How long the prompt tokens of a step may take; at least as long as the rest of the step."""
+        rest_s = self.cost.step_s(num_decodes)
+        return max(self.max_gap_s - rest_s, rest_s)
 
     def plan(self, builder: PlanBuilder, now: float) -> None:
         """Add chunks of the prompts of running sequences, and of waiting ones, which are admitted with their first
@@ -211,28 +215,37 @@ class PromptPlanner:
         if live.rows and (not builder.is_pressed or live.is_empty):
             limit = MAX_OVERTAKEN + len(live.rows)
             candidates += self._waiting(limit)
-        if self.tokens_per_s:
-            is_shared = bool(builder.sequences) or len(candidates) > 1
-            most = int(self.tokens_per_s * (SHARED_STEP_S if is_shared else LONE_STEP_S))
-            builder.budget = min(builder.budget, max(MIN_STEP_TOKENS, most - most % MIN_STEP_TOKENS, self.fixed_chunk))
-        if len(candidates) > 1:
-            candidates = self._order(candidates, builder.budget)
+        num_decodes = len(builder.sequences) + builder.num_verified
+        if builder.sequences and not live.queue.entries and self._decodes_s > 0:
+            self._decodes_s -= self.cost.step_s(num_decodes)
+            return
+        share_s = self._left_s = self.prompt_share_s(num_decodes)
+        candidates = self._order(candidates, builder.budget)
         can_admit = True
         if live.adapters is not None:
             live.adapters.begin_plan()
         for seq in candidates:
-            if builder.budget < least:
+            if builder.budget < least or self._left_s < 0:
                 break
+            is_small = self._left_s < self.cost.prompt_s(MIN_CHUNK / 2, seq.num_computed)
+            if is_small and self._left_s < share_s:  # too little is left for a chunk
+                continue
             if seq in live.prefilling:
                 count = self._next_chunk(seq, builder.budget)
                 count = self._make_room(seq, count, builder) if count else 0
-                if count and builder.add_chunk(seq, count):
-                    del live.prefilling[seq]
-                    live.decoding[seq] = None
+                if count:
+                    self._add(seq, count, builder)
             elif can_admit and seq in live.queue.entries and not self._must_wait(seq):
                 can_admit = (
                     bool(live.rows) and (not builder.is_pressed or live.is_empty) and self._try_admit(seq, builder, now)
                 )
+        self._decodes_s = min(0.0, self._decodes_s) + self.decodes_share * (share_s - self._left_s)
+
+    def _add(self, seq: Sequence, count: int, builder: PlanBuilder) -> None:
+        self._left_s -= self.cost.prompt_s(count, seq.num_computed)
+        if builder.add_chunk(seq, count):
+            del self.live.prefilling[seq]
+            self.live.decoding[seq] = None
 
     def _waiting(self, limit: int) -> list[Sequence]:
         """The first waiting sequences. Of those whose adapter is not there only the first is among them, beyond the
@@ -255,12 +268,14 @@ class PromptPlanner:
 
     def _order(self, sequences: list[Sequence], budget: int) -> list[Sequence]:
         """Sequences in the order in which they get their tokens. None overtakes another while there are enough for
-        all."""
-        live = self.live
+        all. The first step in which there are too few begins with the shortest."""
+        live, cost = self.live, self.cost
         if self._blocked[0] in live.queue.entries:
             return sequences  # those that overtake the blocked one could take its memory for ever
         runnable = sequences[: len(live.prefilling) + len(live.rows)]
-        if sum(map(num_left, runnable)) <= budget:
+        takes_s = sum(cost.prompt_s(num_left(seq), seq.num_computed) for seq in runnable)
+        if len(runnable) < 2 or (takes_s <= self._left_s and sum(map(num_left, runnable)) <= budget):
+            self._is_shortest_next = True
             return sequences
         is_shortest, self._is_shortest_next = self._is_shortest_next, not self._is_shortest_next
         if not is_shortest:
@@ -272,12 +287,21 @@ class PromptPlanner:
     def _next_chunk(self, seq: Sequence, budget: int) -> int:
         start, end = seq.num_computed, len(seq.tokens)
         if not self.fixed_chunk:
-            return min(end - start, budget)
+            return min(end - start, self._num_fitting(start, budget))
         if start < seq.num_prompt:
             end = min(start - start % self.fixed_chunk + self.fixed_chunk, seq.num_prompt)
         else:  # after a preemption: as it was computed before, one by one
             end = start + 1
         return end - start if end - start <= budget else 0
+
+    def _num_fitting(self, start: int, budget: int) -> int:
+        """Prompt tokens from position `start` on that fit into the rest of a step; a multiple of half a MIN_CHUNK."""
+        per_token_s = self.cost.prompt_s(1, start)
+        if not per_token_s:  # not measured yet
+            return budget
+        per_token_s = self.cost.prompt_s(1, start + self._left_s / per_token_s / 2)  # in the middle of the chunk
+        count = int(self._left_s / per_token_s)
+        return min(budget, max(MIN_CHUNK, count - count % (MIN_CHUNK // 2)))
 
     def _make_room(self, seq: Sequence, count: int, builder: PlanBuilder) -> int:
         """Blocks for the next tokens of a prefill: how many tokens of `count` can be had."""
@@ -365,9 +389,7 @@ class PromptPlanner:
         missing = -(-(found.num_tokens + count) // size) - len(seq.blocks)
         if missing > 0 and not live.grow(seq, missing):
             raise InvariantError(f"{missing} blocks were counted as available and are not.")
-        if builder.add_chunk(seq, count):
-            del live.prefilling[seq]
-            live.decoding[seq] = None
+        self._add(seq, count, builder)
         live.stats.cached_logits_used += not count
         return True
 

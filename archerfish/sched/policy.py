@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -53,6 +54,10 @@ class SchedulingPolicy:
         """The waiting requests in the order in which to admit them; those left out are not admitted now."""
         now = self.clock()
         return sorted(requests, key=lambda r: (self.group_key(self.group(r)), self.key(r, now)))
+
+    def price(self, group: Hashable, num_tokens: float) -> float:
+        """By how much tokens raise the `group_key` of a group."""
+        return 0.0
 
     def arrived(self, request: Request) -> None:
         """A request was accepted."""
@@ -151,18 +156,23 @@ class FairShare(SchedulingPolicy):
         return request.namespace.tenant
 
     def group_key(self, group: Hashable) -> float:
-        return self._served.get(str(group), 0.0)
+        served = self._served.get(str(group), 0.0)
+        if group in self._num_present:
+            return served
+        self._raise_floor()
+        return max(served, self._floor)
+
+    def price(self, group: Hashable, num_tokens: float) -> float:
+        return num_tokens / self.weights.get(str(group), 1.0)
 
     def arrived(self, request: Request) -> None:
         tenant = request.namespace.tenant
-        if tenant not in self._num_present:
-            self._raise_floor()
-            self._served[tenant] = max(self._served.get(tenant, 0.0), self._floor)
+        self._served[tenant] = self.group_key(tenant)
         self._num_present[tenant] = self._num_present.get(tenant, 0) + 1
 
     def charge(self, request: Request, num_tokens: int) -> None:
         tenant = request.namespace.tenant
-        self._served[tenant] += num_tokens / self.weights.get(tenant, 1.0)
+        self._served[tenant] += self.price(tenant, num_tokens)
 
     def left(self, request: Request) -> None:
         tenant = request.namespace.tenant
@@ -233,6 +243,21 @@ class GroupedQueue:
         if not entries:
             del self._groups[group]
 
+    def ahead(self, request: Request) -> list[Sequence]:
+        """The sequences that would be admitted before a new request."""
+        policy, group = self._policy, self._policy.group(request)
+        key = policy.key(request, request.arrival)
+        found = [entry[2] for entry in itertools.takewhile(lambda entry: entry[0] <= key, self._groups.get(group, ()))]
+        limit = policy.group_key(group) + policy.price(group, sum(seq.num_new for seq in found))
+        for other, entries in list(self._groups.items()):
+            at = policy.group_key(other)
+            for entry in entries if other != group else ():
+                if at > limit:
+                    break
+                found.append(entry[2])
+                at += policy.price(other, entry[2].num_new)
+        return found
+
     def ordered(self, available_blocks: int, limit: int) -> Iterator[Sequence]:
         """At most the first `limit` sequences (of each group)."""
         if len(self._groups) == 1:
@@ -267,6 +292,10 @@ class PolicyQueue:
 
     def remove(self, seq: Sequence) -> None:
         del self.entries[seq]
+
+    def ahead(self, request: Request) -> list[Sequence]:
+        """All, because a new request may change the order."""
+        return list(self.entries)
 
     def ordered(self, available_blocks: int, limit: int) -> Iterator[Sequence]:
         waiting: dict[Request, list[Sequence]] = {}

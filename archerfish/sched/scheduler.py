@@ -24,7 +24,9 @@ from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import HitRecord, RadixCache, RadixKey
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvariantError, TooManyRequestsError
 from archerfish.sched.adapters import AdapterSlots
+from archerfish.sched.cost import StepCost
 from archerfish.sched.drafts import Speculation
+from archerfish.sched.forecast import Forecast
 from archerfish.sched.live import LiveSequences, SchedulerStats
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.plan import Plan, PlanBuilder, PromptPlanner, check_step_tokens
@@ -49,7 +51,9 @@ class Scheduler:
 
     `max_num_batched_tokens` must leave room for a token of every running sequence and for one chunk. `max_requests`
     bounds the requests that wait or run; 0: only the queue is bounded. `fixed_chunk`: chunks of a prompt end at its
-    multiples, whatever else runs, so that results do not depend on other requests.
+    multiples, whatever else runs, so that results do not depend on other requests. `max_gap_s`: about how long a step
+    with prompts may take. Without `plans_ahead` no step is planned while another one is in flight and there are
+    prompts: where steps take long, a request that arrives is in the next step.
     """
 
     def __init__(
@@ -70,13 +74,15 @@ class Scheduler:
         logits_row_bytes: int = 0,
         speculation: Speculation | None = None,
         adapters: AdapterSlots | None = None,
+        max_gap_s: float = 0.25,
+        plans_ahead: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_step_tokens(max_num_batched_tokens, max_num_seqs, fixed_chunk)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_queue_size, self.max_requests = max_queue_size, max_requests
         self.max_model_len = max_model_len
-        self.fixed_chunk = fixed_chunk
+        self.fixed_chunk, self.plans_ahead = fixed_chunk, plans_ahead
         self.clock = clock
         self.policy = scheduling_policy(policy) if isinstance(policy, str) else policy
         self.blocks, self.cache = blocks, cache
@@ -95,7 +101,9 @@ class Scheduler:
             clock=clock,
             adapters=adapters,
         )
-        self._prompts = PromptPlanner(self._live, fixed_chunk, max_model_len)
+        self.cost = StepCost()
+        self.prompts = PromptPlanner(self._live, self.cost, fixed_chunk, max_model_len, max_gap_s)
+        self.forecast = Forecast(self._live, self.prompts)
         self._arrivals = itertools.count()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._open: dict[int, OpenStep] = {}
@@ -129,6 +137,7 @@ class Scheduler:
         self.policy.arrived(request)
         for seq in sequences:
             seq.times.arrived = now
+            seq.num_new -= seq.num_prompt if seq.index else self.cache.peek(RadixKey(seq.tokens, request.namespace))
             live.order[seq] = next(self._arrivals)
             live.queue.push(seq, live.order[seq])
             seq.draft = self.speculation.start(request) if self.speculation is not None else None
@@ -213,18 +222,17 @@ class Scheduler:
             request = heapq.heappop(self._deadlines)[2]
             if self._is_live(request):
                 self.abort(request.request_id, "deadline")
+        has_prompts = bool(live.prefilling or (live.rows and live.queue.entries))
+        if self._open and has_prompts and not self.plans_ahead:
+            return None
         builder = PlanBuilder(self.max_num_batched_tokens)
         self._plan_decodes(builder)
         if builder.stalled:
             self._rescue(builder)
-        if live.prefilling or (live.rows and live.queue.entries):
-            self._prompts.plan(builder, now)
+        if has_prompts:
+            self.prompts.plan(builder, now)
         if self.policy.counts_service:
-            for seq in builder.sequences:
-                self.policy.charge(seq.request, 1)
-            for seq, _, count, num_samples in builder.chunks:
-                if num_samples > 1:  # the last token and its draft; prompts are charged when they are admitted
-                    self.policy.charge(seq.request, count)
+            self._charge(builder)
         keeps_logits = builder.chunks and live.logits_cache is not None
         plan = builder.build(self._next_step, self._last_decodes, live.handles if keeps_logits else None)
         self._last_decodes = None if builder.chunks else plan
@@ -240,6 +248,14 @@ class Scheduler:
         share = live.num_held_tokens / (live.num_held_blocks * self.blocks.block_size)
         live.stats.kv_utilization += (share - live.stats.kv_utilization) / live.stats.num_steps
         return plan
+
+    def _charge(self, builder: PlanBuilder) -> None:
+        """Tell the policy what is computed for answers; prompts are charged when they are admitted."""
+        for seq in builder.sequences:
+            self.policy.charge(seq.request, 1)
+        for seq, _, count, num_samples in builder.chunks:
+            if num_samples > 1:  # the last token and its draft
+                self.policy.charge(seq.request, count)
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
         """The hot loop: one token for every sequence that is caught up."""
@@ -344,7 +360,7 @@ class Scheduler:
         now = self.clock()
         live = self._live
         step = plan.input
-        self._close(plan, now, plan.num_prompt_tokens)
+        self._close(plan, now, is_done=True)
         # Sequences for which there is more to do than to add one token; decodes get one token each.
         special = {*result.logprobs, *result.prompt_logprobs, *result.errors, *step.masked, *step.returned}
         if plan.num_prompt_tokens or step.num_decodes < len(plan.sequences):
@@ -449,7 +465,7 @@ class Scheduler:
 
     def fail(self, plan: Plan, error: BaseException) -> None:
         """A step has raised: its sequences end with "error", nothing of it enters the tree, others go on."""
-        self._close(plan, self.clock(), 0)
+        self._close(plan, self.clock(), is_done=False)
         live, step = self._live, plan.input
         for seq, start, samples in zip(plan.sequences, step.starts.tolist(), step.samples.tolist(), strict=True):
             seq.num_in_flight -= 1
@@ -464,19 +480,22 @@ class Scheduler:
                 live.release(seq)
         live.dropped += [handle for _, handle in step.kept] + step.dropped  # maybe it failed before it dropped them
 
-    def _close(self, plan: Plan, now: float, num_prompt_tokens: int) -> None:
+    def _close(self, plan: Plan, now: float, *, is_done: bool) -> None:
         number = plan.input.step
         if next(iter(self._open), None) != number:
             raise InvariantError(f"Step {number} is committed, but open are {list(self._open)}.")
         step = self._open.pop(number)
         self.blocks.free(step.copied_blocks)
-        self._live.stats.prefill_tokens_computed += num_prompt_tokens
         seconds = now - max(step.planned_at, self._last_commit)
-        if num_prompt_tokens:
-            self._prompts.measure(num_prompt_tokens, seconds)
-        elif self.speculation is not None and len(plan.input.tokens):
-            self.speculation.times.add(len(plan.input.tokens), seconds)
         self._last_commit = now
+        if not is_done:
+            return
+        num_prompt = plan.num_prompt_tokens
+        num_output = len(plan.input.tokens) - num_prompt
+        self._live.stats.prefill_tokens_computed += num_prompt
+        self.cost.observe(num_prompt, num_output, seconds, plan.num_pairs)
+        if self.speculation is not None and num_output and not num_prompt:
+            self.speculation.times.add(num_output, seconds)
 
     # Figures
 

@@ -301,7 +301,7 @@ class ModelHost:
         wait_s: float | None = getattr(error, "retry_after_s", None)
         if getattr(error, "status", 500) in (429, 503):
             if wait_s is None and hosted is not None:
-                wait_s = hosted.controller.retry_after_s()
+                wait_s = hosted.controller.retry_after_s(pending.tenant)
             wait_s = max(1.0, wait_s or 0.0)
         self.answer(pending, Failed.of(pending.message.request_id, error, wait_s))
 

@@ -19,8 +19,10 @@ from archerfish.engine.token_vectors import as_rows
 from archerfish.errors import InvalidInputError, UnknownOptionError
 from archerfish.observe.recent import RecentFigures, figures
 from archerfish.route.router import ReplicaLoad
+from archerfish.sched.cost import StepCost
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
-from archerfish.serve.overload import AdmittedRequest, OverloadController, StepCost, TooLateError, estimate_tokens
+from archerfish.serve.overload import AdmittedRequest, OverloadController, TooLateError, estimate_tokens
+from archerfish.serve.tenants import ANONYMOUS
 from archerfish.serve.wire import ClassifyRequest, EmbedRequest, Vectors
 from archerfish.text.tokenizer import TokenizedText
 
@@ -29,13 +31,9 @@ FIRST_JOB_TOKENS = 1024
 MIN_JOB_TOKENS = 64
 MAX_JOB_TOKENS = 1 << 16
 MAX_JOB_TEXTS = 2048
-ALONE_FACTOR = (
-    4.0  # a job may take so many times the latency budget while no other model computes: fewer jobs cost less
-)
+ALONE_FACTOR = 4.0  # times the latency budget, for a job while no other model computes: fewer jobs cost less
 ALONE_AFTER_S = 1.0  # a model that has computed within this time may go on
-MAX_INLINE_SIZE = (
-    1024  # characters and ids that the loop itself tokenises: less work than to pass them to another thread
-)
+MAX_INLINE_SIZE = 1024  # characters and ids that the loop itself tokenises, as passing them to a thread takes longer
 
 
 @dataclass(eq=False, slots=True)
@@ -69,10 +67,9 @@ class HostedEncoder:
         self.kind = "cross-encoder" if engine.is_cross_encoder else "embedding"
         self.controller = OverloadController(
             rates=host.rates,
+            expect=self.expect,
             max_queued=host.config.max_queue_texts,
             max_wait_s=host.config.admission.get("max_wait_s", 0.0),
-            order="round-robin",
-            clock=host.clock,
         )
         self.outputs: tuple[str, ...] = getattr(engine, "outputs", ("dense",))
         self.latency_s = host.config.latency_budget_ms / 1000
@@ -82,7 +79,7 @@ class HostedEncoder:
         self._host, self._clock = host, host.clock
         self._queue: deque[EncodingRequest] = deque()  # requests with texts that no job has taken
         self._running: tuple[Job, Future[Array | list[Array]]] | None = None
-        self._job_cost = StepCost()  # of jobs alone; the controller's includes the waits for other models
+        self._job_cost = StepCost()
         self.has_work = False  # whether requests wait or are computed
 
     def card(self) -> dict[str, Any]:
@@ -105,14 +102,13 @@ class HostedEncoder:
             if deadline_s is not None:
                 if not deadline_s > 0:
                     raise InvalidInputError(f"deadline_s must be above 0, not {deadline_s:g}.")
-                self.controller.check_deadline(deadline_s, num_tokens, 0)
-            admitted = self.controller.admit(
-                request.tenant,
-                num_prompt_tokens=num_tokens,
-                is_tokenized=False,
-                num_places=len(inputs),
-                deadline_s=request.left_s(self._clock()),
+                # Long texts are cut: they do not count as more than a job.
+                self.controller.check_deadline(deadline_s, self._jobs_s(min(num_tokens, self.job_tokens)))
+            left_s = request.left_s(self._clock())
+            arriving = AdmittedRequest(
+                request.tenant, num_tokens, len(inputs), num_sequences=0, max_tokens=0, deadline_s=left_s
             )
+            admitted = self.controller.admit(arriving, is_tokenized=False)
             request.release = partial(self.controller.end, admitted)
 
         def read() -> Callable[[], None]:
@@ -157,12 +153,11 @@ class HostedEncoder:
     def _enqueue(self, encoding: EncodingRequest, admitted: AdmittedRequest | None) -> None:
         if admitted is not None:
             self.controller.set_prompt_tokens(admitted, encoding.num_tokens)
+            self.controller.enter(admitted)
         if not encoding.texts:
             message = encoding.request.message
             self._host.answer(encoding.request, Vectors(request_id=message.request_id, model=self.name))
             return
-        if not self.has_work:
-            self.controller.begin_work()
         self.has_work = True
         self._queue.append(encoding)
 
@@ -192,7 +187,6 @@ class HostedEncoder:
                 self.num_texts += len(job)
                 self.num_tokens += num_tokens
                 self._job_cost.observe(num_tokens, 0, self.lane.last_s)
-                self.controller.observe(self.num_tokens, 0)
                 computed = job, rows
         if self._running is None and self._queue:
             self._choose_job_tokens()
@@ -207,17 +201,33 @@ class HostedEncoder:
         return has_moved
 
     def _choose_job_tokens(self) -> None:
-        """As many tokens as take `latency_s`. At least half of a job's time goes to tokens, not to its fixed cost."""
-        job_s, token_s, _ = self._job_cost.coefficients
+        """As many tokens as take `latency_s`. At least half of a job's time goes to tokens, not to its fixed cost. The
+        number at most doubles: the first measurements may be far off."""
+        job_s, token_s, *_ = self._job_cost.coefficients
         if token_s:
             is_alone = not self.lane.are_others_active(ALONE_AFTER_S)
             seconds = self.latency_s * (ALONE_FACTOR if is_alone else 1.0)
-            self.job_tokens = max(MIN_JOB_TOKENS, int(min(MAX_JOB_TOKENS, max(seconds - job_s, job_s) / token_s)))
+            most = min(MAX_JOB_TOKENS, 2 * self.job_tokens)
+            self.job_tokens = max(MIN_JOB_TOKENS, int(min(most, max(seconds - job_s, job_s) / token_s)))
+
+    def _jobs_s(self, num_tokens: float) -> float:
+        """The time of as many jobs as these tokens need."""
+        job_s, token_s, *_ = self._job_cost.coefficients
+        return num_tokens * token_s + max(1.0, num_tokens / self.job_tokens) * job_s if num_tokens else 0.0
+
+    def expect(self, request: AdmittedRequest, unread: list[AdmittedRequest]) -> tuple[float, float]:
+        """As OverloadController.expect. Requests take turns: each has one text computed before the next turn."""
+        ahead = 0.0 if self._running is None else sum(len(one.texts[i].token_ids) for one, i in self._running[0])
+        queued = [(one.num_tokens / len(one.texts), len(one.texts) - one.num_taken) for one in list(self._queue)]
+        queued += [(one.num_prompt_tokens / one.num_places, one.num_places) for one in unread if one.num_places]
+        ahead += sum(tokens * min(num_left, request.num_places) for tokens, num_left in queued)
+        turns = 2 if self.lane.are_others_active(ALONE_AFTER_S) else 1  # jobs of other models take as long
+        return turns * self._jobs_s(ahead), turns * self._jobs_s(request.num_prompt_tokens)
 
     def _drop_expired(self) -> None:
         """Remove requests that are over, and refuse those whose next job would end after their deadline."""
         num_tokens = min(self.job_tokens, sum(encoding.num_tokens for encoding in self._queue))
-        now, job_s = self._clock(), self._job_cost.prompt_s(num_tokens)
+        now, job_s = self._clock(), self._jobs_s(num_tokens)
         kept: deque[EncodingRequest] = deque()
         for encoding in self._queue:
             request = encoding.request
@@ -228,7 +238,7 @@ class HostedEncoder:
                 kept.append(encoding)
                 continue
             message = "The deadline of this request would pass before its texts are computed."
-            self._host.fail(request, TooLateError(message, self.controller.retry_after_s()))
+            self._host.fail(request, TooLateError(message, self.controller.retry_after_s(request.tenant)))
         self._queue = kept
 
     def _next_job(self) -> Job:
@@ -324,9 +334,8 @@ class HostedEncoder:
         for one in self._queue:
             tenant, num_left = one.request.tenant.name, len(one.texts) - one.num_taken
             waiting[tenant] = waiting.get(tenant, 0) + one.num_tokens * num_left // len(one.texts)
-        token_s = self._job_cost.mean_prompt_token_s(0)
         return ReplicaLoad(
-            prompt_token_s=token_s,
+            prompt_token_s=self._jobs_s(self.job_tokens) / self.job_tokens,
             step_s=self.lane.last_s if self._running is not None else 0.0,
             waiting_tokens=waiting,
             num_running=len(self._running[0]) if self._running is not None else 0,
@@ -337,13 +346,13 @@ class HostedEncoder:
     def stats(self) -> dict[str, Any]:
         now = self._clock()
         return {
-            "queue_texts": self.controller.queue.num_places,
+            "queue_texts": self.controller.num_places,
             "queue_capacity": self.controller.max_queued,
             "num_texts": self.num_texts,
             "num_tokens": self.num_tokens,
             "job_tokens": self.job_tokens,
             **figures(self.recent.since(now), now),
-            "drain_seconds": self.controller.drain_s(),
+            "wait_seconds": self.controller.retry_after_s(ANONYMOUS),
             "jobs": self.lane.num_done,
             "busy_s": self.lane.busy_s,
             **self.engine.core.ops.compile_counts(),

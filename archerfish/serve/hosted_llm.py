@@ -31,7 +31,6 @@ from archerfish.sequence import Namespace, Request
 from archerfish.serve.adapter_changes import note_changes
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.history import History
-from archerfish.serve.loads import SlotTimer
 from archerfish.serve.overload import AdmittedRequest, OverloadController, estimate_tokens
 from archerfish.serve.tenants import ANONYMOUS, Tenant
 from archerfish.serve.wire import ChangeAdapter, Chunk, ExplainRequest, Generated, GenerationRequest, Report, WireOutput
@@ -39,6 +38,9 @@ from archerfish.step import TokenLogprobs
 
 PROBE_TENANT = replace(ANONYMOUS, name="\0probe")  # no other tenant can have this name
 MAX_INLINE_TOKENS = 8192  # the loop itself reads a prompt of up to so many ids
+CPU_GAP_MS, GPU_GAP_MS = 80.0, 30.0
+CPU_DECODES_SHARE = 0.2  # a GPU would read its weights for these steps alone
+USUAL_TOKENS = 1024  # of a prompt
 VIEW_S, MAX_VIEWS = 0.2, 64  # how long a tenant's view is kept, and how many are
 RESERVED_TEMPLATE_OPTIONS = ("self", "tokenizer", "messages")
 METRICS = (
@@ -67,17 +69,18 @@ class HostedLLM:
         self.name = engine.model_name
         self.controller = OverloadController(
             rates=host.rates,
-            max_running=engine.config.max_num_seqs,
+            expect=self.expect,
             max_tokens=engine.facts.max_len,
-            clock=host.clock,
-            order="fair-share" if isinstance(engine.scheduler.policy, FairShare) else "arrival",
             max_queued=engine.config.max_queue_size,
             **host.config.admission,
         )
+        prompts, is_cpu = engine.scheduler.prompts, engine.facts.device == "cpu"
+        prompts.max_gap_s = (host.config.max_gap_ms or (CPU_GAP_MS if is_cpu else GPU_GAP_MS)) / 1000
+        prompts.decodes_share = CPU_DECODES_SHARE if is_cpu else 0.0
         self._ids = itertools.count()
         self._tokens_done = (0, 0)
         self._sent_at = math.nan  # when the last step was sent
-        self.slots, self.history = SlotTimer(), History(host.clock)
+        self.history = History(host.clock)
         self._views: dict[tuple[str, bool], tuple[float, dict[str, Any]]] = {}  # the last ones, by tenant
         self.is_advancing = False
         self.batches: defaultdict[str, Batch] = defaultdict(
@@ -163,17 +166,19 @@ class HostedLLM:
         generation = HostedGeneration(self, request, message, params, label, self.batches[label], remarks)
         if request.on_end is None:  # no health check; before any work is spent on the text
             if message.deadline_s is not None and message.deadline_s > 0:
-                self.controller.check_deadline(message.deadline_s, 0, params.max_tokens)
+                alone_s = self.engine.scheduler.forecast.alone_s(params.max_tokens)
+                self.controller.check_deadline(message.deadline_s, alone_s, " or lower max_tokens")
             texts = [message.prompt or "", *(str(part.get("content", "")) for part in message.messages or ())]
             left_s = request.left_s(self.host.clock())
-            generation.admitted = self.controller.admit(
+            arriving = AdmittedRequest(
                 request.tenant,
                 num_prompt_tokens=estimate_tokens(sum(map(len, texts))) if ids is None else len(ids),
-                is_tokenized=ids is not None,
-                max_tokens=params.max_tokens,
                 num_sequences=params.n,
+                max_tokens=params.max_tokens,
+                priority=min(message.priority, request.tenant.max_priority),
                 deadline_s=left_s if left_s and left_s > 0 else None,
             )
+            generation.admitted = self.controller.admit(arriving, is_tokenized=ids is not None)
         request.release = generation.release
         if ids is not None and len(ids) <= MAX_INLINE_TOKENS and not has_grammar and is_at_hand:
             self._prepare(generation)()
@@ -235,11 +240,11 @@ class HostedLLM:
 
     def _start(self, live: Request, generation: HostedGeneration) -> None:
         admitted = generation.admitted
-        if not self.engine.scheduler.has_work:
-            self.controller.begin_work()
         if admitted is not None and generation.message.token_ids is None:  # the length was estimated
             self.controller.set_prompt_tokens(admitted, len(live.prompt_token_ids))
         self.engine.submit(live)
+        if admitted is not None:
+            self.controller.enter(admitted)
         if generation.message.adapter:
             self.host.figures.adapter_request(self.name, generation.message.adapter)
         generation.live = live
@@ -285,7 +290,6 @@ class HostedLLM:
                 self.host.figures.step(self.name, num_prompt + num_output - sum(before))
                 if num_output != before[1]:  # a step has succeeded; on a GPU it was no job of the lane
                     self.lane.last_done = self.host.clock()
-            self.controller.observe(num_prompt, num_output)
         return has_moved
 
     def _send(self) -> None:
@@ -328,19 +332,37 @@ class HostedLLM:
         self.controller.max_queued = self.engine.config.max_queue_size
         return changed
 
+    def expect(self, request: AdmittedRequest, unread: list[AdmittedRequest]) -> tuple[float, float]:
+        """As OverloadController.expect."""
+        scheduler, tenant, most = self.engine.scheduler, request.tenant.name, self.controller.max_tokens
+        now = scheduler.clock()
+        arriving = Request(
+            "",
+            (),
+            SamplingParams(n=request.num_sequences, max_tokens=request.max_tokens),
+            most if request.max_tokens is None else min(request.max_tokens, most),
+            namespace=Namespace(tenant),
+            priority=request.priority,
+            deadline=None if request.deadline_s is None else now + request.deadline_s,
+            arrival=now,
+        )
+        is_fair = isinstance(scheduler.policy, FairShare)
+        lengths = [one.num_prompt_tokens for one in unread if not is_fair or one.tenant.name == tenant]
+        return self.engine.expect(arriving, request.num_prompt_tokens, lengths)
+
     def load(self) -> ReplicaLoad:
         """For routers."""
-        status, controller = self.engine.queue_status(), self.controller
-        num_admitted = controller.queue.num_sequences + sum(one.size.num_sequences for one in controller.running)
+        status, scheduler = self.engine.queue_status(), self.engine.scheduler
+        num_admitted = sum(one.num_sequences for one in (*self.controller.waiting, *self.controller.running))
         return ReplicaLoad(
-            prompt_token_s=controller.cost.mean_prompt_token_s(status["running"]),
-            slot_s=self.slots.mean_s,
-            step_s=controller.cost.step_s(status["running"]),
+            prompt_token_s=scheduler.cost.prompt_s(USUAL_TOKENS) / USUAL_TOKENS,
+            slot_s=scheduler.forecast.row_s(),
+            step_s=scheduler.cost.step_s(status["running"]) if status["running"] else 0.0,
             num_running=status["running"],
-            num_waiting=max(status["waiting"], round(num_admitted) - status["running"]),
+            num_waiting=max(status["waiting"], num_admitted - status["running"]),
             max_running=status["max_running"],
             waiting_tokens=status["prompt_tokens_left"],
-            is_fair=controller.order == "fair-share",
+            is_fair=isinstance(scheduler.policy, FairShare),
             cache_use=status["cache_use"],
         )
 
@@ -394,7 +416,6 @@ class HostedGeneration:
             self.model.engine.abort(self.live.request_id)
         if self.admitted is not None:
             self.model.controller.end(self.admitted)
-            self.model.slots.ended(self.model.host.clock(), self.params.n, self.model.engine.scheduler.num_waiting > 0)
 
     def on_delta(self, delta: TextDelta) -> None:
         """In the loop, or in the thread that makes text."""
@@ -442,7 +463,7 @@ class HostedGeneration:
             if times is not None and (delta.token_ids or delta.finish_reason is not None):
                 chunk.metrics = {"queue_ms": times.queue_ms, "prefill_ms": times.prefill_ms}
             if delta.finish_reason == "deadline" and not self.last_token_at:
-                chunk.retry_after_s = model.controller.retry_after_s()
+                chunk.retry_after_s = model.controller.retry_after_s(request.tenant)
             model.host.answer(request, chunk)
         if delta.output is not None:
             self._end(delta.output)
@@ -488,8 +509,6 @@ class HostedGeneration:
         message = self.message
         host = self.model.host
         self._count(result)
-        if self.admitted is not None:
-            self.admitted.is_complete = reasons[0] in ("stop", "length")
         if "error" in reasons:
             error = next((output.error for output in result.outputs if output.error is not None), None)
             host.fail(self.request, error or RuntimeError("a sequence ended with an error"))
@@ -522,7 +541,7 @@ class HostedGeneration:
                 shown.logprobs = None if output.logprobs is None else as_tuples(output.logprobs)
             answer.outputs.append(shown)
         if "deadline" in reasons and not self.last_token_at:
-            answer.retry_after_s = self.model.controller.retry_after_s()
+            answer.retry_after_s = self.model.controller.retry_after_s(self.request.tenant)
         if message.token_ids is None:
             answer.prompt_token_ids = result.prompt_token_ids
         if result.prompt_logprobs is not None:

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from archerfish.cache.digest import HASH_BYTES, PrefixDigest
 from archerfish.route.router import ReplicaLoad
 
-MAX_CHANGES_BYTES, CHANGES_BYTES_PER_S = (
-    16 << 10,
-    45_000,
-)  # of a digest: in one answer, and in all answers to one front end
+MAX_CHANGES_BYTES = 16 << 10  # of a digest in one answer
+CHANGES_BYTES_PER_S = 45_000  # of a digest in all answers to one front end
 NO_DIGEST = -1  # asked for instead of a version
 MAX_ASKERS = 1024  # front ends that are remembered
 LOAD_S = 3.0  # about what loading a model takes: one that has it loaded is preferred until its queue is as long
-SLOTS_KEPT = 64
-
-
-class SlotTimer:
-    """The time between two ends of sequences, while others wait for their places."""
-
-    def __init__(self) -> None:
-        self._ends: deque[float] = deque(maxlen=SLOTS_KEPT)
-        self.mean_s = 0.0
-
-    def ended(self, now: float, num_sequences: int, is_full: bool) -> None:
-        if not is_full:
-            self._ends.clear()
-            return
-        self._ends.extend([now] * num_sequences)
-        if self._ends[-1] > self._ends[0]:
-            self.mean_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
 
 
 class Loaded(Protocol):

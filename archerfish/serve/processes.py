@@ -90,6 +90,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     admission: dict[str, Any] = {}  # max_wait_s, max_prompt_tokens and max_output_tokens of OverloadController
     latency_budget_ms: float = 50.0  # duration of one job of embeddings
+    max_gap_ms: float = 0.0  # duration of a step with prompts; 0: by device
     max_queue_texts: int = 8192
     max_message_bytes: int = 64 << 20
     memory_gib: float = 0.0  # limit for all loaded models together; 0: no limit

@@ -23,11 +23,11 @@ import msgspec
 from archerfish.errors import ArcherfishError, StoppedError
 from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry
 from archerfish.route.router import NO_TOKENS, Replica, Route, Router, load_from
-from archerfish.sequence import Namespace, pack_tokens
+from archerfish.sequence import OPEN_OUTPUT_TOKENS, Namespace, pack_tokens
 from archerfish.serve import wire
 from archerfish.serve.client import Answer, AsyncClient, Part, Question, RemoteError
 from archerfish.serve.metrics import merged, metric_values, process_metrics, read_metrics
-from archerfish.serve.overload import OPEN_OUTPUT_TOKENS, estimate_tokens
+from archerfish.serve.overload import estimate_tokens
 from archerfish.serve.tenants import Tenants
 
 logger = logging.getLogger("archerfish.serve")

@@ -152,6 +152,7 @@ def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConf
         client_keys=split_names(config.zmq_client_keys),
         max_queue_texts=config.max_queue_texts,
         latency_budget_ms=config.latency_budget_ms,
+        max_gap_ms=config.max_gap_ms,
         api_keys_file=config.api_keys_file,
         admission={name: getattr(config, name) for name in ("max_wait_s", "max_prompt_tokens", "max_output_tokens")},
         memory_gib=config.memory_gib,

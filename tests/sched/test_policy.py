@@ -220,15 +220,6 @@ def test_a_tenant_that_was_idle_has_no_credit() -> None:
     assert 2 <= sum(tail) <= 4, "the two must alternate, not the returning one catch up"
 
 
-def test_fair_share_counts_the_tokens_that_are_computed() -> None:
-    policy = FairShare()
-    world = World(policy=policy)
-    world.add(10, max_tokens=5, tenant="a")
-    world.add(6, max_tokens=2, tenant="b")
-    world.run()
-    assert (policy.group_key("a"), policy.group_key("b")) == (14, 7)
-
-
 def test_fair_share_forgets_tenants_that_are_long_gone() -> None:
     policy = FairShare()
     policy.MAX_IDLE_TENANTS = 8

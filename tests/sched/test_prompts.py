@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archerfish.errors import TooManyRequestsError
-from archerfish.sched.plan import LONE_STEP_S, MIN_STEP_TOKENS, SHARED_STEP_S, Plan
+from archerfish.sched.plan import MIN_CHUNK, Plan
 from archerfish.sequence import Sequence
 from archerfish.step import StepResult
 from tests.sched.worlds import DEPTHS, World
@@ -18,9 +18,11 @@ BUDGET = 64
 ROOM: dict[str, Any] = {"num_blocks": 13_000, "block_size": 4, "max_model_len": 100_000, "max_num_seqs": 32}
 
 
-def make_world(depth: int = 0, policy: str = "fcfs", budget: int = BUDGET, tokens_per_s: float = 0.0) -> World:
+def make_world(
+    depth: int = 0, policy: str = "fcfs", budget: int = BUDGET, tokens_per_s: float = 0.0, **options: Any
+) -> World:
     """A world in which a step takes as long as its tokens need; 0: no time."""
-    world = World(depth=depth, policy=policy, max_num_batched_tokens=budget + 32, **ROOM)
+    world = World(depth=depth, policy=policy, max_num_batched_tokens=budget + 32, **ROOM, **options)
     execute = world.runner.execute
 
     def timed(plan: Plan) -> StepResult:
@@ -112,8 +114,9 @@ def test_any_prompt_is_computed_in_time(arrivals: list[tuple[int, int, str]], po
 
 
 @pytest.mark.parametrize("tokens_per_s", [100, 250, 1000, 1e6])
-def test_steps_are_bounded_by_the_measured_speed(tokens_per_s: float) -> None:
-    world = make_world(tokens_per_s=tokens_per_s, budget=2048)
+@pytest.mark.parametrize("max_gap_s", [0.03, 0.25])
+def test_steps_are_bounded_by_the_measured_speed(tokens_per_s: float, max_gap_s: float) -> None:
+    world = make_world(tokens_per_s=tokens_per_s, budget=2048, max_gap_s=max_gap_s)
     world.add(20_000)
     durations = []
     for num_steps in range(12):
@@ -122,9 +125,42 @@ def test_steps_are_bounded_by_the_measured_speed(tokens_per_s: float) -> None:
         before = world.now
         world.step()
         durations.append(world.now - before)
-    least = MIN_STEP_TOKENS / tokens_per_s
-    assert all(duration <= max(LONE_STEP_S, least) * 1.01 for duration in durations[1:6])
-    assert all(duration <= max(SHARED_STEP_S, least) * 1.01 for duration in durations[6:])
+    least = MIN_CHUNK / tokens_per_s
+    assert all(duration <= max(max_gap_s, least) * 1.01 for duration in durations[1:])
+    full = min(max_gap_s, (2048 + 32) / tokens_per_s) - 8 / tokens_per_s  # chunks are multiples of 8 tokens
+    assert all(duration >= max(least, full) * 0.99 for duration in durations[2:])
+
+
+def test_chunks_shrink_as_the_context_grows() -> None:
+    """A pair of tokens costs time, too. Steps with decodes alone follow, and a short prompt has its token in two."""
+    world = make_world(budget=512, max_gap_s=0.08)
+    world.scheduler.plans_ahead = False
+    world.scheduler.prompts.decodes_share = 0.2
+    execute = world.runner.execute
+
+    def timed(plan: Plan) -> StepResult:
+        num_prompt = plan.num_prompt_tokens
+        world.now += 0.001 + 0.001 * num_prompt + 0.008 * (len(plan.input.tokens) - num_prompt) + 1e-6 * plan.num_pairs
+        return execute(plan)
+
+    world.runner.execute = timed  # type: ignore[method-assign]
+    (long,) = world.add(6000)
+    for _ in range(3):
+        world.step()
+    durations, counts, num_plain = list[float](), list[int](), 0
+    while not long.num_emitted:
+        if world.scheduler.num_running == 1:
+            (short,) = world.add(30, max_tokens=16)
+            assert steps_to_first_token(world, short) <= 2
+        before, done = world.now, long.num_computed
+        world.step()
+        durations.append(world.now - before)
+        counts.append(long.num_computed - done)
+        num_plain += not counts[-1]
+    counts = [count for count in counts if count]
+    assert max(durations) < 0.13, "the gap, or the shortest chunk where the context is long"
+    assert max(counts) > 2 * counts[-2] == 2 * MIN_CHUNK
+    assert 0.5 * len(counts) < num_plain < 4 * len(counts)
 
 
 def test_a_short_request_is_quick_on_a_slow_machine() -> None:
@@ -150,13 +186,3 @@ def test_a_full_engine_refuses_requests_above_max_requests() -> None:
     world.run()
     world.add(4)
     world.run()
-
-
-def test_small_steps_do_not_lower_the_measured_speed() -> None:
-    prompts = World().scheduler._prompts
-    prompts.measure(10_000, 0.25)
-    for _ in range(10):  # many decodes and the end of a prompt
-        prompts.measure(64, 0.02)
-    assert prompts.tokens_per_s == 40_000
-    prompts.measure(10_000, 1.0)
-    assert prompts.tokens_per_s == 25_000

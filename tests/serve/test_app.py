@@ -157,7 +157,7 @@ async def test_disconnect_drops_queued_texts(tmp_path: Path) -> None:
         leaving = asyncio.create_task(client.post(EMBEDDINGS, json={"input": ["gone"] * 10}))
         await until(lambda: num_waiting(host) == 10)
         leaving.cancel()
-        await until(lambda: hosted(host).controller.queue.num_places == 1)
+        await until(lambda: hosted(host).controller.num_places == 1)
         encoder.gate.set()
         assert (await first).status_code == 200
         assert encoder.jobs == [["first"]]
@@ -175,11 +175,12 @@ async def test_full_queue_gives_503_with_retry_after(tmp_path: Path) -> None:
         first = await hold(encoder, client.post(EMBEDDINGS, json={"input": "first"}))
         waiting = asyncio.create_task(client.post(EMBEDDINGS, json={"input": ["a", "b"]}))
         await until(lambda: num_waiting(host) == 2)
-        hosted(host).controller.drain_s = lambda: 90.0  # type: ignore[method-assign]  # for three places
-        for route, body in ((EMBEDDINGS, {"input": "c"}), (RERANK, {"query": "c", "documents": ["d"]})):
+        hosted(host).controller.expect = lambda *_: (90.0, 0.0)  # for three places
+        rerank = {"query": "c", "documents": ["d"]}  # two texts
+        for route, body, wait_s in ((EMBEDDINGS, {"input": "c"}, "30"), (RERANK, rerank, "60")):
             refused = await client.post(route, json=body)
             assert refused.status_code == 503
-            assert refused.headers["retry-after"] == "30"
+            assert refused.headers["retry-after"] == wait_s
             assert error_of(refused)["code"] == "overloaded"
             assert error_of(refused)["type"] == "server_error"
         lines = (await client.get("/metrics")).text.splitlines()

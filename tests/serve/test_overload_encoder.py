@@ -145,7 +145,7 @@ def test_goodput_at_three_times_the_capacity(job_s: float, has_other_models: boo
     assert machine.serve_arrivals(3 * capacity, 6.0) > 0.8 * capacity
     assert machine.num_late < 0.1 * machine.num_good
     assert machine.num_refused > machine.num_good
-    assert (machine.hosted.controller.queue.num_places, machine.hosted.has_work) == (0, False)
+    assert (machine.hosted.controller.num_places, machine.hosted.has_work) == (0, False)
 
 
 def test_jobs_keep_the_latency_budget() -> None:

@@ -16,7 +16,7 @@ from archerfish.route.router import Router
 from archerfish.sequence import Namespace, pack_tokens
 from archerfish.serve import loads
 from archerfish.serve.client import AsyncClient, RemoteError
-from archerfish.serve.loads import CHANGES_BYTES_PER_S, MAX_CHANGES_BYTES, NO_DIGEST, LoadReports, SlotTimer
+from archerfish.serve.loads import CHANGES_BYTES_PER_S, MAX_CHANGES_BYTES, NO_DIGEST, LoadReports
 from archerfish.serve.routing import RoutedBackend
 from archerfish.serve.tenants import Tenants, add_key
 from archerfish.serve.wire import EmbedRequest, ExplainRequest, Generated, GenerationRequest, Query, Report, Vectors
@@ -252,13 +252,3 @@ def test_digest_bytes_are_limited_for_each_router(monkeypatch: pytest.MonkeyPatc
     ]  # a was forgotten
     idle = LoadReports(None, clock).report(0, (), is_stopping=True)
     assert idle["is_stopping"] and "changes" not in idle  # a process without routers
-
-
-def test_slots_are_timed_while_others_wait() -> None:
-    slots = SlotTimer()
-    for now in (1.0, 2.0, 2.0, 4.0):
-        slots.ended(now, 1, is_full=True)
-    assert slots.mean_s == 1.0
-    slots.ended(100.0, 1, is_full=False)
-    slots.ended(200.0, 2, is_full=True)
-    assert slots.mean_s == 1.0

@@ -283,4 +283,4 @@ async def test_late_texts_are_not_computed(tmp_path: Path) -> None:
             assert error_of(answer)["code"] == "deadline_unreachable"
             assert int(answer.headers["retry-after"]) >= 1
         assert encoder.jobs == [["first"], ["fourth"]]
-        assert hosted.controller.queue.num_places == 0
+        assert hosted.controller.num_places == 0
