@@ -1,6 +1,8 @@
 // Matrices for Python, and packing: many matrices at once, by all threads, into one piece of memory.
 #include <sys/mman.h>
 
+#include <algorithm>
+
 #include "module.h"
 
 namespace archerfish {
@@ -21,7 +23,11 @@ class Packing {
  public:
   explicit Packing(const std::vector<OwnedMatrix*>& matrices) {
     int64_t total = kLine;
-    for (OwnedMatrix* matrix : matrices) total += room_of(*matrix);
+    for (auto each = matrices.begin(); each != matrices.end(); each++) {
+      check(*each && !(*each)->data && std::find(matrices.begin(), each, *each) == each, "A matrix is packed once.");
+      total += room_of(**each);
+      check(total <= kMostBytes, "No memory holds these matrices.");
+    }
     memory_ = zeros(size_t(total));
     uint8_t* at = memory_.get();
     for (OwnedMatrix* matrix : matrices) {
@@ -65,10 +71,43 @@ class Packing {
   std::vector<OwnedMatrix::Part> parts_;
 };
 
+// The float16 of an array, one for each block; null if the format has none.
+const uint16_t* halves_of(const std::optional<Array>& array, bool is_needed, int64_t num_blocks) {
+  if (!is_needed) return nullptr;
+  check(array && array->itemsize() == 2 && int64_t(array->size()) == num_blocks,
+        "Each block has its numbers of 16 bits.");
+  return start_of<const uint16_t>(*array);
+}
+
 void add_rows(OwnedMatrix& self, Array rows, int64_t first, int64_t count, int type, std::optional<Array> scales,
               std::optional<Array> mins) {
-  const auto halves = [](const std::optional<Array>& array) { return static_cast<const uint16_t*>(address(array)); };
-  self.parts.push_back({{Type(type), rows.data(), halves(scales), halves(mins), first, count}, {rows, scales, mins}});
+  check(!self.data, "A matrix that is packed takes no more rows.");
+  check(first >= 0 && count >= 0 && count <= self.num_outputs && first <= self.num_outputs - count,
+        "The rows are not among the outputs of the matrix.");
+  const Type stored = checked_enum(type, Type::kBfloat, "There is no such type of numbers.");
+  const bool has_numbers = is_plain(self.format) || self.format == Format::kInt8;
+  const bool has_halves = !has_numbers && !is_super(self.format);
+  const int64_t row_bytes = source_row_bytes(self.format, stored, self.num_inputs);
+  const int64_t num_blocks = count * (self.num_inputs / kBlock);
+  check(int64_t(rows.nbytes()) == count * row_bytes, "The rows of a matrix have other bytes than its format.");
+  check(!has_numbers || reinterpret_cast<uintptr_t>(rows.data()) % uintptr_t(item_bytes(stored)) == 0,
+        "An array is not aligned.");
+  self.parts.push_back({{stored, rows.data(), halves_of(scales, has_halves, num_blocks),
+                         halves_of(mins, has_halves && has_min(self.format), num_blocks), first, count},
+                        {rows, scales, mins}});
+}
+
+void set_bias(OwnedMatrix& self, const Vector& bias) {
+  const float* numbers = floats_of(bias, self.num_outputs, "A bias has a number for each output.");
+  self.bias_memory.assign(size_t(self.num_outputs + kGroup), 0.0f);
+  std::copy(numbers, numbers + self.num_outputs, self.bias_memory.begin());
+  self.bias = self.bias_memory.data();
+}
+
+void unpack(const OwnedMatrix& self, const nb::ndarray<float, nb::c_contig, nb::device::cpu>& out, const Level& level) {
+  check(self.data, "A matrix is not packed.");
+  check(int64_t(out.size()) == self.num_outputs * self.num_inputs, "The array has another size than the matrix.");
+  level.kernels->unpack(self, start_of<float>(out));
 }
 
 }  // namespace
@@ -80,20 +119,10 @@ void bind_pack(nb::module_& m) {
       .def_ro("num_inputs", &OwnedMatrix::num_inputs)
       .def_ro("num_bytes", &OwnedMatrix::num_bytes)
       .def_prop_ro("format", [](const OwnedMatrix& self) { return int(self.format); })
-      .def("set_bias",
-           [](OwnedMatrix& self, nb::ndarray<const float, nb::c_contig, nb::device::cpu> bias) {
-             self.bias_memory.assign(size_t(self.num_outputs + kGroup), 0.0f);
-             std::memcpy(self.bias_memory.data(), bias.data(), bias.nbytes());
-             self.bias = self.bias_memory.data();
-           })
+      .def("set_bias", &set_bias, "bias"_a)
       .def("add_rows", &add_rows, "rows"_a, "first"_a, "count"_a, "type"_a = 0, "scales"_a = nb::none(),
            "mins"_a = nb::none())
-      .def(
-          "unpack",
-          [](const OwnedMatrix& self, WritableArray out, const Level& level) {
-            level.kernels->unpack(self, static_cast<float*>(out.data()));
-          },
-          "out"_a, "level"_a);
+      .def("unpack", &unpack, "out"_a.noconvert(), "level"_a);
   nb::class_<Packing>(m, "Packing")
       .def(nb::init<const std::vector<OwnedMatrix*>&>(), "matrices"_a)
       .def("run", &Packing::run, "threads"_a, "num_threads"_a);

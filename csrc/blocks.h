@@ -83,6 +83,7 @@ struct ByteBlock {  // 32 inputs of a tile of rows: 128 * upper + lower
   float weighted[kTile];    // the sum of the numbers, times the scale
   uint32_t sums[kTile][2];  // of the numbers, for each half of the block; nothing meaningful in rows after the last
 };
+static_assert(sizeof(ByteBlock) <= kTile * kBlock * sizeof(float), "linear_shared_bytes has memory for float32");
 
 INLINE void quantise(const float* x, int64_t num_blocks, ByteBlock* blocks, int row) {
   typedef int8_t Narrow __attribute__((vector_size(kLanes)));

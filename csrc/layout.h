@@ -8,6 +8,12 @@ namespace archerfish {
 
 constexpr int64_t kWordBytes = 4 * kGroup;  // four inputs of a group as bytes
 
+static_assert(kGroup == 16, "the kernels' loops over a group assume it");
+static_assert(int(Format::kFloat) == int(Type::kFloat) && int(Format::kHalf) == int(Type::kHalf) &&
+                  int(Format::kBfloat) == int(Type::kBfloat),
+              "a plain format is a type");
+static_assert(int(Format::kQ6_K) - int(Format::kQ4_K) == 2, "is_super() takes the K formats from first to last");
+
 ALWAYS_INLINE constexpr bool is_plain(Format format) { return format <= Format::kBfloat; }
 ALWAYS_INLINE constexpr bool is_super(Format format) { return format >= Format::kQ4_K && format <= Format::kQ6_K; }
 ALWAYS_INLINE constexpr bool has_min(Format format) {

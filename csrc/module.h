@@ -1,27 +1,14 @@
 // What all bindings share.
 #pragma once
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/vector.h>
-
 #include <cstring>
 #include <memory>
 
+#include "bind_checks.h"
+#include "layout.h"
 #include "pack.h"
 #include "tape.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
 namespace archerfish {
-
-using Array = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
-using WritableArray = nb::ndarray<nb::c_contig, nb::device::cpu>;
-using Ids = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
-
-inline const void* address(const std::optional<Array>& array) { return array ? array->data() : nullptr; }
-inline const float* floats(const std::optional<Array>& array) { return static_cast<const float*>(address(array)); }
 
 // A matrix: rows are added to it, then it is packed, together with others.
 struct OwnedMatrix : Matrix {
@@ -35,7 +22,12 @@ struct OwnedMatrix : Matrix {
   int64_t num_bytes;
 
   OwnedMatrix(int wanted, int64_t outputs, int64_t inputs) {
-    format = Format(wanted), num_outputs = outputs, num_inputs = inputs, bias = nullptr;
+    format = checked_enum(wanted, Format::kMxfp4, "There is no such format.");
+    num_outputs = checked_size(outputs, "A matrix has too few or too many outputs.");
+    num_inputs = checked_size(inputs, "A matrix has too few or too many inputs.");
+    const int64_t unit = is_super(format) ? kBlock * kSuper : is_plain(format) || format == Format::kInt8 ? 1 : kBlock;
+    check(num_inputs % unit == 0, "The inputs of a matrix are no whole blocks.");
+    bias = nullptr;
     num_bytes = packed_bytes(format, outputs, inputs);
     data = nullptr;
   }

@@ -174,6 +174,12 @@ int64_t packed_bytes(Format format, int64_t num_outputs, int64_t num_inputs) {
   return (num_outputs + kGroup - 1) / kGroup * group_bytes(format, num_inputs);
 }
 
+int64_t source_row_bytes(Format format, Type type, int64_t num_inputs) {
+  if (is_super(format)) return num_inputs / kSuperInputs * super_bytes(format);
+  if (is_plain(format) || format == Format::kInt8) return num_inputs * (type == Type::kFloat ? 4 : 2);
+  return num_inputs / kBlock * (bits_of(format) * kBlock / 8);
+}
+
 void pack_rows(Format format, int64_t num_inputs, const SourceRows& rows, int64_t begin, int64_t end, uint8_t* out) {
   (is_plain(format) || format == Format::kInt8 ? pack_plain
    : is_super(format)                          ? pack_super_blocks

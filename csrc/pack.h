@@ -17,6 +17,9 @@ struct SourceRows {
 // Bytes of a packed matrix; its memory must be zeros before it is packed.
 int64_t packed_bytes(Format format, int64_t num_outputs, int64_t num_inputs);
 
+// Bytes of a checkpoint's row: of numbers, of codes in blocks or of super-blocks.
+int64_t source_row_bytes(Format format, Type type, int64_t num_inputs);
+
 // Packs rows `begin` to `end` of these. Several threads may pack rows of one matrix.
 void pack_rows(Format format, int64_t num_inputs, const SourceRows& rows, int64_t begin, int64_t end, uint8_t* out);
 

@@ -10,6 +10,8 @@
 
 namespace archerfish {
 
+constexpr int kMostCores = 1024;  // CPU_SETSIZE
+
 class Threads {
  public:
   // The threads of this process for a number of them. They are never ended: they sleep when there is nothing to do.

@@ -477,6 +477,7 @@ class NativeOps(Ops[Any]):
         recorder, width = self.runner.current(), x.shape[1]
         if recorder.is_eager:
             set_segments(recorder.step, segments)
+            recorder.step.sizes[Rows.TOKENS] = len(x)
         out = recorder.new(Rows.SEQUENCES, width, recorder.step.sizes[Rows.SEQUENCES])
         recorder.tape.pool(recorder(x), width, POOLINGS[mode], recorder(out))
         self.runner.finish(recorder)
