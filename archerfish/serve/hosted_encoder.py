@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -65,9 +66,10 @@ class HostedEncoder:
         self.engine, self.lane = engine, lane
         self.name = engine.model_name
         self.kind = "cross-encoder" if engine.is_cross_encoder else "embedding"
+        owner = weakref.proxy(self)  # a cycle of references would keep an unloaded model in memory
         self.controller = OverloadController(
             rates=host.rates,
-            expect=self.expect,
+            expect=lambda request, unread: owner.expect(request, unread),
             max_queued=host.config.max_queue_texts,
             max_wait_s=host.config.admission.get("max_wait_s", 0.0),
         )

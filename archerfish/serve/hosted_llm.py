@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -67,9 +68,10 @@ class HostedLLM:
         self.lane = lane
         self.host = host
         self.name = engine.model_name
+        owner = weakref.proxy(self)  # a cycle of references would keep an unloaded model in memory
         self.controller = OverloadController(
             rates=host.rates,
-            expect=self.expect,
+            expect=lambda request, unread: owner.expect(request, unread),
             max_tokens=engine.facts.max_len,
             max_queued=engine.config.max_queue_size,
             **host.config.admission,

@@ -17,6 +17,7 @@ from archerfish.engine import llm_loading
 from archerfish.kernels.batches import Ids
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.graphs import MISSES, NUM_BUFFERS, PassGraphs, PassKind
+from archerfish.sched.plan import PromptPlanner
 from tests.calls import spy_on
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
@@ -33,6 +34,12 @@ USUAL: dict[str, Any] = {
 LENGTHS = (1, 2, 15, 16, 17, 100, 511, 512, 513)
 PROMPTS = [[3 + (7 * j + j * j + length) % 90 for j in range(length)] for length in LENGTHS]
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def chunks_of_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of prompts do not depend on the speed of the machine."""
+    monkeypatch.setattr(PromptPlanner, "prompt_share_s", lambda *_, **__: 1e3)
 
 
 @pytest.fixture
@@ -120,7 +127,7 @@ def test_prompts_that_join_decodes(
 ) -> None:
     """Requests of which four run at once, each with prompts and outputs of its own length: nearly every step is
     mixed."""
-    lengths = [3, 18, 40, 9, 25, 70, 5, 16, 33, 12]
+    lengths = [3, 18, 40, 9, 25, 70, 5, 16, 33, 12, 21, 8, 30, 4, 50, 11]
     prompts = [[3 + (5 * j + j * j + length) % 90 for j in range(length)] for length in lengths]
     params = [replace(SAMPLED[i % num_kinds], max_tokens=4 + i % 5) for i in range(len(prompts))]
     options: dict[str, Any] = {"max_num_seqs": 4, "enable_prefix_caching": False}
