@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 MAX_PACKAGE_LINES = 49_075
-MAX_TEST_LINES = 42_130
+MAX_TEST_LINES = 43_330
 LONG_FILE_LINES = 700  # a warning above: blank lines, comments and docstrings included
 
 ROOT = Path(__file__).parents[1]
