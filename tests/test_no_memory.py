@@ -30,7 +30,7 @@ def limit() -> None:
 
 
 def test_a_limit_of_the_process_counts_as_memory(tmp_path: Path) -> None:
-    """Red if KV were planned from the memory of the whole machine."""
+    """Red if KV were planned from the memory of the machine, of which the process may have a part."""
     model = save_text_llama(tmp_path / "model", 256)
     flags = ["--model", str(model), "--load-format", "dummy", "--cache-dir", str(tmp_path / "cache")]
 

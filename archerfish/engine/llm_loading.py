@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,6 @@ from archerfish.kernels.adapters import is_expert
 from archerfish.kernels.formats import INT8, PLAIN, WeightFormat, choose_format
 from archerfish.kernels.ranks import ALONE, Ranks
 from archerfish.kernels.recurrent import StateShape
-from archerfish.kernels.room import size
 from archerfish.kernels.select import choose_backend, choose_device, choose_dtype, choose_ops, log_device
 from archerfish.kernels.stored import GPU_BITS, GPU_GROUPS, GPU_SCALE_BYTES, random_stored
 from archerfish.layers.weights import Weights
@@ -47,7 +45,6 @@ from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import Tokenizer, read_settings
 from archerfish.types import DTYPE_BYTES, Progress, no_progress
 
-logger = logging.getLogger("archerfish")
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 16384
 DETERMINISTIC_CHUNK = 256
 MAX_DRAFTED, DRAFT_CACHE_TOKENS = 8, 16_384  # sequences of a draft model, and tokens of all of them
@@ -370,8 +367,6 @@ def make_runner(
     adapter = load_adapter(facts, config, ranks) if adapter is None else adapter
     pool, memory = allocate_pool(adapter.ops, facts.memory_shape, facts.memory)
     memory = memory._replace(num_blocks=ranks.min_over_ranks(memory.num_blocks))
-    budget = f"{size(memory.num_bytes)}, {memory.num_tokens:,} tokens ({memory.reason})"
-    logger.info("%s: cache up to %s.", facts.name, budget)
     with adapter.ops.allocating(f"{config.max_num_seqs} sequences"):
         runner = ModelRunner(
             adapter,

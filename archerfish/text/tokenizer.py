@@ -213,8 +213,6 @@ def open_tokenizer(file: Path, num_ids: int | None = None, num_types: int | None
             tokenizer = Tokenizer.from_str(without_tokens(tokenizer, dropped, num_ids)) if dropped else tokenizer
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    if tokenizer.pre_tokenizer is None and hasattr(tokenizer.model, "_resize_cache"):
-        tokenizer.model._resize_cache(0)  # its words are whole texts: it would keep 10,000 of them, about 40 MB
     return tokenizer
 
 

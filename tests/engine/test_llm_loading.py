@@ -125,7 +125,6 @@ def test_encoder_that_does_not_fit_is_refused(tiny_model: Any, hub: HubConfig, m
 def test_loading_logs_the_device_and_why(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "archerfish"), LLMEngine(tiny_config(llama)):
         assert f"{llama.name} computes on cpu: " in caplog.text
-        assert f"{llama.name}: cache up to 1.0 MiB, 4,096 tokens (max_cache_tokens)." in caplog.text
 
 
 def test_a_step_without_room_for_prompts_is_refused_before_weights_are_read(llama: Path) -> None:

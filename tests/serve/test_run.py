@@ -330,7 +330,7 @@ def test_wrong_zmq_options_are_refused(
 class Service:
     """A whole service of a tiny model, as a user starts it, in a directory of its own."""
 
-    def __init__(self, directory: Path, *flags: str, max_files: int = 256, most_s: float = 10 * LIMIT_S) -> None:
+    def __init__(self, directory: Path, *flags: str, max_files: int = 256) -> None:
         model = save_text_llama(directory / "tiny", 65536, chat_template=TEMPLATE)
         self.scratch, self.log = directory / "scratch", directory / "log"
         self.scratch.mkdir()
@@ -363,7 +363,7 @@ class Service:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
         self.pids: set[int] = set()
-        self._too_late = threading.Timer(most_s, self.process.kill)
+        self._too_late = threading.Timer(10 * LIMIT_S, self.process.kill)
         self._too_late.start()
         line = self.read_until("http://")
         self.address, port = line.split("http://")[1].split(" ")[0].split(":")

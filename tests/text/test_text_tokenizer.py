@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import importlib.util
 import json
-import os
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from archerfish.store.source import WORLD_NAME
 from archerfish.text.output_text import OutputText
 from archerfish.text.text_tokenizer import TextTokenizer, find_text_tokenizer
 from archerfish.text.world_tokenizer import BUNDLED, WorldTokenizer
-from tests.hostile.target import MIB, anonymous_bytes
 from tests.text.tiny_tokenizers import byte_fallback, metaspace, smollm2_directory
 
 TEXTS = [
@@ -115,16 +113,6 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     assert find_text_tokenizer(tmp_path) is None
     with pytest.raises(CorruptFileError, match=r"no tokenizer\.json"):
         TextTokenizer(tmp_path)
-
-
-def test_texts_are_not_kept_in_memory(tmp_path: Path) -> None:
-    """Red if the tokenizer cached what it has read: without a pre-tokenizer its words are whole texts."""
-    tokenizer = byte_fallback(tmp_path)
-    tokenizer.encode("a text")
-    before = anonymous_bytes(os.getpid())
-    for number in range(3000):
-        tokenizer.encode(f"{number} " + "the cat " * 15)
-    assert anonymous_bytes(os.getpid()) < before + 8 * MIB
 
 
 def test_the_vocabulary_is_parsed_on_first_use(tmp_path: Path) -> None:
